@@ -8,7 +8,6 @@ from functools import cache, cached_property
 
 import numpy as np
 import torch
-from torch import fx
 
 from cost_models.collectives.algorithms import GroupLinks
 from cost_models.cost_model import CostModel, call_seconds
@@ -20,8 +19,9 @@ from cost_models.ops.work import Work
 from partitioner.planner.costs.collectives import Exchange, GradientSum
 from partitioner.planner.costs.cut_points import CutPoints, Expansion
 from partitioner.planner.costs.memory.activation_memory import UnitMemory
-from partitioner.planner.costs.overlap.messages import Activation, GradientOfCall, Regather, Repeat, Stored
-from partitioner.planner.costs.overlap.waits import CallSeconds, FirstHalf, waiting_for_messages
+from partitioner.planner.costs.overlap.call_order import CallOrder
+from partitioner.planner.costs.overlap.messages import Activation, GradientOfCall, Repeat, Stored
+from partitioner.planner.costs.overlap.waits import CallSeconds, waiting_for_messages
 from partitioner.planner.costs.unit_costs import Amounts, MicrobatchCosts, MicrobatchTimes, UnitCosts, seconds_by_limit
 from partitioner.planner.solvers.stage_memory import Floats
 from partitioner.planner.solvers.stage_problem import Shared, Units, Value
@@ -69,7 +69,7 @@ class UnitPricing:
         self.summed, self.is_cut = summed, is_cut
         self.policy: Recompute = recompute if cost.gradients else "none"  # a forward alone recomputes nothing
         self.memory = UnitMemory(graph, cost, points, optimizer, self.policy, regions)
-        self.unit_of = points.unit_of
+        self.unit_of, self.order = points.unit_of, CallOrder(graph, cost, points, self.memory, expansion)
         self.recomputed = {name: self._recomputed_cost(name) for name in cost.nodes if name in self.memory.recomputed}
         self.distinct = tuple(dict.fromkeys((*cost.nodes.values(), *self.recomputed.values())))
         self._column = {cost: index for index, cost in enumerate(self.distinct)}
@@ -108,7 +108,8 @@ class UnitPricing:
         fixed = (*self.memory.fixed, *self.memory.inputs(numbers))
         in_units = tuple(pair for pair in exchanges if pair[0].reader in self.unit_of)
         once = tuple(sums) if n_stages == 1 else ()
-        copies = None if self.repeat is None else self.repeat._replace(is_run_whole=is_run_whole)
+        repeat = self.order.repeat
+        copies = None if repeat is None else repeat._replace(is_run_whole=is_run_whole)
         at = cache(lambda rows: _Microbatch(self, rows, batch_size, in_units, once, adding, (*fixed, *results), n_stages, copies))
         return UnitCosts(
             kinds=self.kinds,
@@ -161,115 +162,14 @@ class UnitPricing:
         return self._known_kept[key]
 
     @cached_property
-    def casts(self) -> frozenset[str]:
-        """The calls of units that cast a parameter, or a view of one, to a smaller type."""
-        sizes = {node.name: node.meta["val"].dtype.itemsize for node in self.graph.graph.nodes if node.name in self.graph.parameters}
-        found = set[str]()
-        for node in self.graph.computing_nodes():
-            source, value = [each.name for each in node.all_input_nodes], node.meta.get("val")
-            if len(source) == 1 and source[0] in sizes and isinstance(value, torch.Tensor):
-                sizes[node.name] = value.dtype.itemsize
-                found |= {node.name} if sizes[node.name] < sizes[source[0]] else set()
-        return frozenset(found & self.place_of.keys())
-
-    @cached_property
-    def place_of(self) -> dict[str, int]:
-        """Call of a unit -> its place among all, in order."""
-        names = (name for unit in self.points.units for name in unit if name in self.cost.nodes)
-        return {name: place for place, name in enumerate(names)}
-
-    @cached_property
-    def repeat(self) -> Repeat | None:
-        """The calls of the repeated block; None if the graph is not folded."""
-        if self.expansion is None:
-            return None
-        start, stop = (self.unit_of_calls.index(unit) for unit in (self.expansion.start, self.expansion.stop))
-        return Repeat(start, stop, self.expansion.count)
-
-    @cached_property
-    def needed(self) -> tuple[int, ...]:
-        """For each call, the place of the call before whose backward it is computed again, if it is."""
-        last = self.memory.last_need(self.place_of)
-        return tuple(max(place, last.get(name, place)) for name, place in self.place_of.items())
-
-    def regather(self, exchange: Exchange, size: float, copies: int, *, is_recomputed: bool) -> Regather | None:
-        """Return the repeated gather, of ``size`` bytes, of what a call reads; None: nothing is gathered again, or what is computed again.
-
-        Args:
-            is_recomputed: whether the backward computes the call again.
-        """
-        place = self.place_of[exchange.reader]
-        if exchange.forward != "all_gather" or exchange.is_returned:
-            return None
-        if is_recomputed:
-            is_saved = self.memory.is_saved_before_casts(exchange.value)
-            return Regather(place, size, copies, is_recomputed=True) if is_saved else None
-        again = self.memory.gathered_again(exchange.reader)
-        if again is None:
-            return None
-        last = max((self.place_of[name] for name in again.readers if name in self.place_of), default=place)
-        if not again.maker:
-            return Regather(last, size, copies)
-        maker = self.place_of.get(again.maker, last)  # computed again right before its use, unless a later call needs it first
-        return Regather(last, size, copies, maker if self.needed[maker] > last else last)
-
-    def maker_of(self, exchange: Exchange) -> int | None:
-        """Return the place of the call that makes an exchanged value; None if it makes it for other copies of a repeated block, too."""
-        maker, reader = self.place_of.get(exchange.value), self.place_of[exchange.reader]
-        block = range(self.repeat.start, self.repeat.stop) if self.repeat is not None else range(0)
-        return maker if maker is not None and maker < reader and (maker in block) == (reader in block) else None
-
-    @cached_property
-    def read_by_backward(self) -> frozenset[str]:
-        """The parameters, and casts of them, that the backward reads and gathers once more."""
-        return frozenset(self.cost.maker[each] for each in self.cost.gathered_again)
-
-    def parameter_of(self, value: str) -> str:
-        """Return the parameter that a value is, or is a cast or view of."""
-        node = self._nodes[value]
-        while len(node.all_input_nodes) == 1:
-            (node,) = node.all_input_nodes
-        return node.name
-
-    @cached_property
-    def _nodes(self) -> dict[str, fx.Node]:
-        return {node.name: node for node in self.graph.graph.nodes}
-
-    @cached_property
-    def dtypes(self) -> dict[str, torch.dtype]:
-        """Value -> the type of its elements."""
-        values = ((node.name, node.meta.get("val")) for node in self.graph.graph.nodes)
-        return {name: value.dtype for name, value in values if isinstance(value, torch.Tensor)}
-
-    @cached_property
-    def first_readers(self) -> dict[str, int]:
-        """Parameter -> the place of the first call that reads it."""
-        found = dict[str, int]()
-        for node in self.graph.graph.nodes:
-            places = [self.place_of[user.name] for user in node.users if user.name in self.place_of]
-            if node.name in self.graph.parameters and places:
-                found[node.name] = min(places)
-        return found
-
-    @cached_property
-    def unit_of_calls(self) -> list[int]:
-        """(P,) the unit of each call."""
-        return [self.unit_of[name] for name in self.place_of]
-
-    @cached_property
     def cost_of_calls(self) -> list[int]:
         """(P,) the number of each call's cost among the distinct ones."""
-        return [self._column[self.cost.nodes[name]] for name in self.place_of]
-
-    @cached_property
-    def first_halves(self) -> list[FirstHalf]:
-        """(P,) the half of each call's backward that is computed first."""
-        return [self.cost.nodes[name].first_half for name in self.place_of]
+        return [self._column[self.cost.nodes[name]] for name in self.order.place_of]
 
     @cached_property
     def cost_of_recomputed_calls(self) -> dict[int, int]:
         """Place of a call that the backward computes again -> the number of that cost among the distinct ones."""
-        return {place: self._column[self.recomputed[name]] for name, place in self.place_of.items() if name in self.recomputed}
+        return {place: self._column[self.recomputed[name]] for name, place in self.order.place_of.items() if name in self.recomputed}
 
     def _recomputed_cost(self, name: str) -> OperationCost:
         """Return the cost of a call whose forward is what the backward computes again."""
@@ -334,12 +234,12 @@ class _Microbatch:
         expansion = pricing.expansion
         halves[1, -1] += self._loss / (expansion.count if expansion is not None and expansion.stop == len(pricing.points.units) else 1)
         for place, each in self._casting.items():
-            halves[2, pricing.unit_of_calls[place]] += each
+            halves[2, pricing.order.unit_of_calls[place]] += each
         if self.adding:
             halves[2] += pricing.accumulation * (1 - 1 / -(-self.batch_size // self.rows))  # the first microbatch adds to nothing
         kept = Amounts(tuple(item for item in pricing.kept(self.rows, self._share, alone=self._is_alone) if item.producer < 0))
         once = np.repeat(once[:, :, None], halves.shape[2], axis=2)
-        casts, casts_once = self._casts(pricing.casts), self._casts(self._gathered_once)
+        casts, casts_once = self._casts(pricing.order.casts), self._casts(self._gathered_once)
         halves[0] -= casts_once
         halves[1] -= self._casts(self._gathered_once & pricing.memory.recomputed)
         once[0] += casts_once
@@ -353,7 +253,7 @@ class _Microbatch:
         if not differentiated:
             return np.zeros(len(pricing.kinds))
         moved = sum(self._numbers[pricing.cost.bytes[name]] for name in (*results, *differentiated)) * self._share
-        work, dtype = Work(0, moved, 1 + len(differentiated)), pricing.dtypes.get(results[0], torch.float32)
+        work, dtype = Work(0, moved, 1 + len(differentiated)), pricing.order.dtypes.get(results[0], torch.float32)
         return np.array([pricing.cost_model.operation_time(work, kind, dtype) for kind in pricing.kinds])
 
     def _casts(self, names: frozenset[str]) -> Floats:
@@ -361,23 +261,23 @@ class _Microbatch:
         pricing = self.pricing
         seconds = np.zeros((len(pricing.points.units), len(pricing.kinds)))
         for name in names:
-            seconds[pricing.unit_of[name]] += self._operations[pricing.cost_of_calls[pricing.place_of[name]], :, 0]
+            seconds[pricing.unit_of[name]] += self._operations[pricing.cost_of_calls[pricing.order.place_of[name]], :, 0]
         return seconds
 
     @cached_property
     def _gathered_once(self) -> frozenset[str]:
         """The casts of parameters that ranks compute, and gather, before the first of several microbatches."""
         once = {each.value for each, _ in self.exchanges if each.is_stored and each.dimension in GATHERED_ONCE}
-        return frozenset() if self._is_alone else self.pricing.casts & once
+        return frozenset() if self._is_alone else self.pricing.order.casts & once
 
     @cached_property
     def summing(self) -> Floats:
         """(N, K) seconds by which units wait longer because gradients are summed while the backward of the only microbatch computes."""
         pricing = self.pricing
         sums = [
-            GradientOfCall(pricing.first_readers[each.parameter], each.parameter, each.dimension, each.size, each.held, links)
+            GradientOfCall(pricing.order.first_readers[each.parameter], each.parameter, each.dimension, each.size, each.held, links)
             for each, links in self.sums
-            if each.parameter in pricing.first_readers
+            if each.parameter in pricing.order.first_readers
         ]
         longer: Floats = (self._waiting(sums) - self._waits).sum(axis=0)
         return longer
@@ -395,7 +295,7 @@ class _Microbatch:
         count = -(-self.batch_size // self.rows)
         is_run = bool(stored or activations or sums)
         waiting = np.zeros((3, len(pricing.points.units), len(pricing.kinds)))
-        each, casting = self._operations[pricing.cost_of_calls], np.zeros((len(pricing.place_of), len(pricing.kinds)))
+        each, casting = self._operations[pricing.cost_of_calls], np.zeros((len(pricing.order.place_of), len(pricing.kinds)))
         again = np.zeros_like(casting)
         for place, column in pricing.cost_of_recomputed_calls.items():
             again[place] = self._operations[column, :, 0]
@@ -404,12 +304,12 @@ class _Microbatch:
         for kind in range(len(pricing.kinds)) if is_run else ():
             columns = (*np.moveaxis(each[:, kind], 1, 0), casting[:, kind], again[:, kind])
             seconds_of_calls = CallSeconds(*(column.tolist() for column in columns))
-            rest = (seconds_of_calls, pricing.first_halves, pricing.needed, self.repeat)
+            rest = (seconds_of_calls, pricing.order.first_halves, pricing.order.needed, self.repeat)
             of_calls = waiting_for_messages(
                 stored, activations, sums, *rest, n_microbatches=count, n_stages=self.n_stages, is_split=is_split
             )
             for half, of_half in enumerate(of_calls):
-                np.add.at(waiting[half, :, kind], pricing.unit_of_calls, of_half)
+                np.add.at(waiting[half, :, kind], pricing.order.unit_of_calls, of_half)
         return waiting
 
     @cached_property
@@ -420,7 +320,7 @@ class _Microbatch:
             if exchange.is_stored and exchange.forward == "all_gather" and exchange.backward is not None and exchange.wider != 1.0:
                 work = Work(0, self._numbers[exchange.size] * self._share * (1 + exchange.wider), 1)
                 seconds = [pricing.cost_model.operation_time(work, kind, torch.float32) for kind in pricing.kinds]
-                place = pricing.place_of[exchange.reader]
+                place = pricing.order.place_of[exchange.reader]
                 found[place] = found.get(place, 0.0) + np.array(seconds)
         return found
 
@@ -429,7 +329,7 @@ class _Microbatch:
         """The collectives of a microbatch: seconds in which nothing else happens, and those that run while ranks compute.
 
         The first are (3, N) seconds of units; the second (2, N) those before all microbatches, and after all. Of several stages, the small
-        parameters of each share messages, which are waited for.
+        parameters of each share messages, which are waited for; those of their gradients are not.
 
         A recomputed forward repeats the collectives that it needs: ``"selective"``, gathers alone.
         """
@@ -439,7 +339,7 @@ class _Microbatch:
         for exchange, links in self.exchanges:
             size, runs = numbers[exchange.size] * share, numbers[exchange.runs] * share
             forward, backward = exchange.seconds(size, links, runs)
-            unit, place = pricing.unit_of[exchange.reader], pricing.place_of[exchange.reader]
+            unit = pricing.unit_of[exchange.reader]
             is_once = exchange.is_stored and exchange.dimension in GATHERED_ONCE
             if exchange.forward == "all_gather":
                 is_recomputed = exchange.reader in pricing.memory.recomputed
@@ -449,24 +349,19 @@ class _Microbatch:
             is_of_step = is_once and not self._is_alone
             is_small = exchange.is_stored and exchange.is_coalesced(size, links)
             if not exchange.is_stored or exchange.forward != "all_gather":
-                regather = pricing.regather(exchange, size, int(runs > 1), is_recomputed=is_repeated)
+                regather = pricing.order.regather(exchange, size, int(runs > 1), is_recomputed=is_repeated)
                 backward += 0.0 if regather is not None else is_repeated * forward
-                maker = pricing.maker_of(exchange)
+                place, maker = pricing.order.place_of[exchange.reader], pricing.order.maker_of(exchange)
                 activations.append(Activation(place, exchange.dimension, forward, backward, links, exchange.is_beside, regather, maker))
             elif is_of_step and exchange.dimension in SCATTERED_ONCE:
                 once[:, unit] += forward, backward
-            elif is_of_step and self.n_stages > 1:
-                once[0, unit], seconds[1, unit] = once[0, unit] + forward, seconds[1, unit] + backward
-            elif is_small and not is_of_step and self.n_stages > 1:
-                seconds[0, unit] += forward
-                seconds[1, unit] += backward + (is_repeated and exchange.regather is None) * forward
             else:
-                sent = size * exchange.wider if exchange.backward is not None else 0.0
-                is_read = exchange.regather is not None and exchange.value in pricing.read_by_backward
-                kind = pricing.dtypes.get(exchange.value, torch.float32)
-                parameter = pricing.parameter_of(exchange.value)
-                sizes, width = (exchange.dimension, size, sent, links, int(runs > 1)), kind.itemsize * exchange.wider
-                stored.append(Stored(place, parameter, *sizes, is_read or is_repeated, kind, is_of_step, width, exchange.is_uneven))
+                is_waited = is_small and not is_of_step and self.n_stages > 1
+                if is_waited:
+                    seconds[0, unit] += forward
+                    seconds[1, unit] += exchange.regathering(size, links, runs) + (is_repeated and exchange.regather is None) * forward
+                messages = size, links, int(runs > 1)
+                stored.append(pricing.order.stored(exchange, *messages, again=is_repeated, is_there=is_of_step or is_waited))
                 once[0, unit] += is_of_step * forward
         return seconds, once, (stored, activations)
 

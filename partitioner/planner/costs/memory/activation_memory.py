@@ -143,7 +143,7 @@ class UnitMemory:
         return node.name not in self.recomputed
 
     def is_received_again(self, value: str, reader: str) -> bool:
-        """Return whether the backward sends a value to its reader again, as what is computed again, or as what the reader's backward reads."""
+        """Return whether the backward sends a value to its reader again: to a recomputed call, or for what that call's backward reads."""
         if reader in self.recomputed:
             return reader not in self.selected and not self._selection.enters_as_sum(value)
         is_read = any(self._cost.maker[key] == value for key in self._cost.saved.get(reader, ()))

@@ -141,7 +141,7 @@ class CheckpointSelection:
 
     @cached_property
     def _entering(self) -> frozenset[str]:
-        """Return the nodes that one region computes and another reads, with those that make the memory of views among them."""
+        """The nodes that one region computes and another reads, with those that make the memory of views among them."""
         region_of = self.region_of
         nodes = [node for name, node in self._nodes.items() if name in self._within]
         readers = {node: [user.name for user in node.users if user.name in self._within] for node in nodes}

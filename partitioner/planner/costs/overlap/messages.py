@@ -316,8 +316,14 @@ def stages_of_calls(order: Sequence[tuple[int, float]], seconds: Sequence[float]
     return [min(int(n_stages * (end - each / 2) / total), n_stages - 1) if total else 0 for end, each in zip(ends, own, strict=True)]
 
 
-def reductions_of(stored: Sequence[Stored], sums: Sequence[GradientOfCall], order: Sequence[tuple[int, float]]) -> dict[int, list[Message]]:
-    """Return index of a call -> the scatters and sums of gradients that its backward completes; small gradients share messages."""
+def reductions_of(
+    stored: Sequence[Stored], sums: Sequence[GradientOfCall], order: Sequence[tuple[int, float]], stage_of: Sequence[int]
+) -> dict[int, list[Message]]:
+    """Return index of a call -> the scatters and sums of gradients that its backward completes; small ones of a stage share messages.
+
+    Args:
+        stage_of: index of a call -> its stage.
+    """
     found: dict[int, list[Message]] = {}
     stored_at, sums_at = by_place(stored), by_place(sums)
     bundles, buckets = dict[Hashable, tuple[int, Message]](), dict[Hashable, tuple[int, Message]]()
@@ -332,7 +338,7 @@ def reductions_of(stored: Sequence[Stored], sums: Sequence[GradientOfCall], orde
         for each in stored_at.get(place, ()):
             if not each.sent:
                 continue
-            key: Hashable = (each.dimension, each.width, each.is_uneven)
+            key: Hashable = (each.dimension, each.width, each.is_uneven, stage_of[index])
             message = Message("reduce_scatter", each.dimension, each.links, each.copies)
             if each.sent < ALONE_BYTES:
                 small.add(each.parameter)

@@ -122,7 +122,7 @@ def waiting_for_messages(
             program.send()
 
     def backward(number: int) -> None:
-        reductions = reductions_of(stored, sums, order)
+        reductions = reductions_of(stored, sums, order, stage_of)
         recomputed, awaited, started = regathers_of(activations, order, backwards, stage_of, weight_halves)
         late = list[tuple[int, float, int]]()
         for call, (index, is_recomputation) in enumerate(backwards):

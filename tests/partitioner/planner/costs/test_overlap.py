@@ -303,9 +303,10 @@ def test_gradients_of_inputs_are_reduced_beside_those_of_weights(is_beside: bool
     assert sum(each for (each,) in waits([], [[1.0], [1.0]], activations=activations, of_weight=(1.5,), first="activation")) == waited
 
 
-@pytest.mark.parametrize(
-    "mesh", all_but([{"data": 2, "fsdp": 2}], [{"data": 2, "fsdp": 2}, {"fsdp": 4}, {"fsdp": 2, "tensor": 2}, {"data": 4}]), ids=str
-)
+MESHES = ({"data": 2, "fsdp": 2}, {"fsdp": 4}, {"fsdp": 2, "tensor": 2}, {"data": 4}, {"pipeline": 2, "zero2": 2})
+
+
+@pytest.mark.parametrize("mesh", all_but([{"data": 2, "fsdp": 2}, {"pipeline": 2, "zero2": 2}], MESHES), ids=str)
 @pytest.mark.parametrize("flops", [2e12, 2e13])
 def test_plans_agree_with_simulations_where_messages_bind(mesh: Mapping[str, int], flops: float) -> None:
     with torch.device("meta"):

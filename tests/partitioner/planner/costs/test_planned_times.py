@@ -266,10 +266,9 @@ def test_small_parameters_that_travel_together_are_priced_so(devices: int) -> No
 
 @pytest.mark.slow
 def test_small_parameters_of_each_stage_travel_by_themselves() -> None:
-    """Four messages for each microbatch where there are four stages; the plan counts none of them as hidden by other work."""
+    """Four messages for each microbatch where there are four stages: gathers are waited for, and scatters as the links are free."""
     pm = over_a_slow_link(128, 8, {"fsdp": 2, "pipeline": 4}, n_layers=16, n_microbatches=8, schedule="1F1B")
-    simulated = pm.simulate().step_time
-    assert simulated < pm.plan.step_time < 1.1 * simulated
+    assert pm.plan.step_time == pytest.approx(pm.simulate().step_time, rel=0.05)
 
 
 @pytest.mark.slow
