@@ -14,7 +14,7 @@ from partitioner.runtime.state.stored_parameters import copy_of
 from partitioner.specialize.make_trace import example_of
 from partitioner.specialize.trace import Trace
 from partitioner.tracing.autograd.hooks import GRADIENTS_ON
-from partitioner.tracing.carried.program_state import Reading
+from partitioner.tracing.carried.program_state import Reading, is_record, plain_attributes
 from partitioner.tracing.export.export import TRACING
 from partitioner.tracing.export.replaced import TraceRecord, replaced
 from partitioner.tracing.repeated.find import calls_of
@@ -50,18 +50,29 @@ def _refuse_changed_program(trace: Trace, changed: Sequence[Reading]) -> None:
     Raises:
         ConfigError: it does not.
     """
-    now = [(reading, reading.changed()) for reading in changed]
+    now = [(reading, values) for reading in changed if (values := reading.changed())]
     before = [(reading, {name: reading.values[name] for name in values}) for reading, values in now]
-    if not _computes_alike(trace, now, before):
+    if now and not _computes_alike(trace, now, before):
         (reading, values), old = now[0], before[0][1]
         name = next(iter(values))
+        was, is_now = _words_of(old[name], values[name])
         raise ConfigError(
-            f"{name} of {reading.owner} was {old.get(name)!r} when the model was traced and is {values.get(name)!r} now: programs compute "
-            f"with the first",
+            f"{name} of {reading.owner} was {was} when the model was traced and is {is_now} now: programs compute with the first",
             remedy="pass it to forward as an argument, as a tensor if it changes from call to call; or partition the model again",
         )
     for reading, values in now:
         reading.take(values)
+
+
+def _words_of(old: object, new: object) -> tuple[str, str]:
+    """Return two values as texts: of objects of one class, the attributes in which they differ."""
+    if not (is_record(old) and type(old) is type(new)):
+        return repr(old), repr(new)
+    attributes = plain_attributes(old), plain_attributes(new)
+    names = sorted(name for name in attributes[0].keys() | attributes[1].keys() if attributes[0].get(name) != attributes[1].get(name))
+    texts = (", ".join(f"{name}={each.get(name)!r}" for name in names) for each in attributes)
+    was, is_now = (f"{type(old).__name__}({text})" for text in texts)
+    return was, is_now
 
 
 def _refuse_changed_buffers(trace: Trace) -> None:

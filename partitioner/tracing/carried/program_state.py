@@ -11,6 +11,7 @@ that the code does not read may be among those found. They are compared again at
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import itertools
 import math
@@ -56,7 +57,9 @@ _ASKS = frozenset(
 
 
 class Reading:
-    """Plain values that code of the model may read from one place.
+    """Plain values, and small containers and objects with such values, that code of the model may read from one place.
+
+    What is changed inside a container is another reading's; here it is another container in its place.
 
     Args:
         owner: the place, for messages.
@@ -72,23 +75,33 @@ class Reading:
 
     def _prepare(self) -> None:
         self._get = operator.itemgetter(*self.values) if self.values else len
-        self._expected = self._get(self._holder) if self.values else 0
+        self._expected = self._get(self.values) if self.values else 0
+        self._contents = {name: contents_of(value) for name, value in self.values.items() if not isinstance(value, _PLAIN)}
 
     def is_changed(self) -> bool:
-        """Return whether one of the values has changed."""
+        """Return whether one of the values may have changed; ``changed`` compares what containers hold."""
         try:
             return bool(self._get(self._holder) != self._expected)
         except (KeyError, IndexError):  # IndexError: of a list that is shorter now
+            return True
+        except (RuntimeError, ValueError, TypeError):  # a container holds tensors or arrays now
             return True
 
     def changed(self) -> dict[str, Any]:
         """Return the names whose values have changed -> their values, ``Ellipsis`` for one that was deleted."""
         found = {name: (self._holder[name] if name in self._holder else ...) for name in self.values}  # noqa: SIM401  not every holder has get()
-        return {name: value for name, value in found.items() if value != self.values[name]}
+        return {name: value for name, value in found.items() if self._is_other(name, value)}
+
+    def _is_other(self, name: str, value: Any) -> bool:
+        """Return whether a value is not the one that is expected; what cannot be compared is none."""
+        if name not in self._contents or value is ...:
+            return bool(value != self.values[name])
+        contents = contents_of(value)
+        return value is not self.values[name] and contents is not None and contents != self._contents[name]
 
     def take(self, values: Mapping[str, Any]) -> None:
-        """Take values for those that are expected."""
-        self.values.update(values)
+        """Take values for those that are expected: copies of containers, since nothing else watches what is in these."""
+        self.values.update({name: copy.copy(value) if name in self._contents else value for name, value in values.items()})
         self._prepare()
 
     def set(self, values: Mapping[str, Any]) -> None:
@@ -160,6 +173,26 @@ class ListItems(dict[str, Any]):
         return int(super().__getitem__(name))
 
 
+class Items(dict[str, Any]):
+    """All items of a list or a set of plain values, as one value."""
+
+    NAME = "the content"
+
+    def __init__(self, items: list[Any] | set[Any]) -> None:
+        super().__init__({self.NAME: None})
+        self._items = items
+
+    def __getitem__(self, name: str) -> tuple[Any, ...] | frozenset[Any]:
+        return tuple(self._items) if isinstance(self._items, list) else frozenset(self._items)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if isinstance(self._items, list):
+            self._items[:] = value
+        else:
+            self._items.clear()
+            self._items.update(value)
+
+
 class Reach:
     """Program state that a model's code may read.
 
@@ -175,6 +208,7 @@ class Reach:
         self.asks_clock = False
         self._places: dict[int, Reading] = {}
         self._lists: dict[int, ListItems] = {}
+        self._items: dict[int, Items] = {}
         self._functions: set[int] = set()
         self._all_names: set[str] = set()
         self._names: dict[type, frozenset[str]] = {}
@@ -201,7 +235,7 @@ class Reach:
         """Add the attributes of a module that have these names, and what they may read."""
         names -= OF_EVERY_MODULE
         # A text names a part that the model has chosen, as adapters do; later traces are made from those chosen when it was partitioned.
-        self._add(path or "the model", own, {name for name in names if not isinstance(own.get(name), str)})
+        self._add(path or "the model", own, {name for name in names if not _has_text(own.get(name))})
         for name in names & own.keys():
             self._reach(own[name], f"{path}.{name}" if path else name, names, of_module=True)
 
@@ -267,7 +301,7 @@ class Reach:
             elif not is_library(_file_of(value)):
                 self._add(value.__qualname__, vars(value), set(names), value)
                 self._follow_methods(value, names)
-        elif isinstance(value, dict | list | tuple):
+        elif isinstance(value, dict | list | tuple | set):
             self._reach_items(value, owner, of_module=of_module)
         elif isinstance(value, random.SystemRandom):
             self.asks_clock = True
@@ -283,10 +317,12 @@ class Reach:
             for name in names & vars(module).keys():
                 self._follow(vars(module)[name], name)
 
-    def _reach_items(self, items: dict[Any, Any] | list[Any] | tuple[Any, ...], owner: str, *, of_module: bool) -> None:
+    def _reach_items(self, items: dict[Any, Any] | list[Any] | tuple[Any, ...] | set[Any], owner: str, *, of_module: bool) -> None:
         if len(items) <= _MOST:
             if isinstance(items, dict):
                 self._add(owner, items, {key for key in items if isinstance(key, str)})
+            elif isinstance(items, list | set) and contents_of(items) is not None and not _has_text(items):
+                self._add(owner, self._items.setdefault(id(items), Items(items)), {Items.NAME})
             elif isinstance(items, list):
                 places = self._lists.setdefault(id(items), ListItems(items))
                 # As in ``_add_own``: a module lists the adapters that it has chosen.
@@ -303,7 +339,7 @@ class Reach:
         return frozenset(found)
 
     def _add(self, owner: str, holder: Any, names: set[str], set_on: type | None = None) -> None:
-        found = {name for name in names if name in holder and isinstance(holder[name], _PLAIN) and not _is_nan(holder[name])}
+        found = {name for name in names if name in holder and contents_of(holder[name]) is not None}
         place = id(holder if set_on is None else set_on)
         known = self._places.get(place)
         if known is not None:
@@ -358,8 +394,43 @@ def _has_content(cell: types.CellType) -> bool:
     return True
 
 
-def _is_nan(value: Any) -> bool:
-    return isinstance(value, float) and math.isnan(value)
+def contents_of(value: Any, *, is_item: bool = False) -> tuple[Any, ...] | None:
+    """Return what is equal for equal plain values, small containers of these, and objects with such attributes; None for others.
+
+    Args:
+        is_item: whether it is in a container: objects are not looked into there.
+    """
+    if isinstance(value, _PLAIN):
+        return None if isinstance(value, float) and math.isnan(value) else (type(value), value)
+    if isinstance(value, dict):
+        items: list[Any] = [*value, *value.values()]
+    elif isinstance(value, list | tuple | set | frozenset):
+        items = [*value]
+    elif is_item or not is_record(value):
+        return None
+    else:
+        return (type(value), frozenset(plain_attributes(value).items()))
+    if len(items) > 2 * _MOST:
+        return None
+    found = [contents_of(each, is_item=True) for each in items]
+    return None if None in found else (type(value), frozenset(found) if isinstance(value, set | frozenset) else tuple(found))
+
+
+def plain_attributes(value: Any) -> dict[str, Any]:
+    """Return the attributes of an object that are plain values."""
+    return {name: each for name, each in vars(value).items() if isinstance(each, _PLAIN)}
+
+
+def is_record(value: Any) -> bool:
+    """Return whether a value is an object of a class outside of libraries, which keeps its attributes in a dictionary."""
+    is_called = isinstance(value, (*_CALLED, type, types.ModuleType, types.FunctionType, types.MethodType, functools.partial))
+    return not is_called and hasattr(value, "__dict__") and not is_library(_file_of(type(value)))
+
+
+def _has_text(value: Any) -> bool:
+    """Return whether a value is a text, or a container with texts."""
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple | set | frozenset) else (value,)
+    return any(isinstance(each, str) for each in items)
 
 
 def _file_of(value: Any) -> str:

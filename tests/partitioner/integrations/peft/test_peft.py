@@ -109,7 +109,9 @@ def test_adapters_are_switched_on_the_model() -> None:
     model.set_adapter("other")
     other, of_other = partitioned(model, "pipeline"), model(tokens)
     with model.disable_adapter():
-        base, of_base = partitioned(model, "pipeline"), model(tokens)
+        base, of_base = partitioned(copy.deepcopy(model), "pipeline"), model(tokens)
+        with pytest.raises(ConfigError, match=r"_disable_adapters of .* was False"):
+            other(tokens)
     for each, result in ((pm, expected), (other, of_other), (base, of_base)):
         torch.testing.assert_close(each(tokens), result, rtol=0, atol=ATOL)
     assert not torch.allclose(expected, of_other)
