@@ -10,18 +10,15 @@ share an adapter (``Level.shared``). Steps that leave through one port at the sa
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Literal, TypeAlias
 
-import torch
-
 from cost_models.collectives import alpha_beta as communication
-from cost_models.cost_model import Roofline
-from cost_models.hardware.clusters import Cluster, Device, Level, Link
-from cost_models.ops.work import Work
+from cost_models.hardware.clusters import Cluster, Level, Link
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "halo_exchange"]
 """Kind of collective."""
@@ -40,19 +37,17 @@ class GroupLinks:
         n_ranks: size of the group.
         ring: the slowest step of a ring.
         levels: for each level of a hierarchy the number of parts and the link; empty where parts are unequal.
-        device: of the rank that copies messages slowest; None: copies take no time.
+        memory: B/s of the memory of the slowest rank.
     """
 
     n_ranks: int
     ring: Link
     levels: tuple[tuple[int, Link], ...] = ()
-    device: Device | None = None
+    memory: float = math.inf
 
     def copying(self, size: float) -> float:
-        """Return the seconds of a kernel that copies so many bytes into a message, or out of one."""
-        if self.device is None or not (self.ring.copies and size):
-            return 0.0
-        return Roofline().operation_time(Work(0, 2 * size, 1), self.device, torch.uint8)
+        """Return the seconds of copying so many bytes into a message, or out of one."""
+        return 2 * size / self.memory if self.ring.copies else 0.0
 
     def seconds(self, kind: Collective, size: float) -> float:
         """Return the seconds of a collective by its fastest algorithm.
@@ -86,8 +81,8 @@ def group_links(group: Group, cluster: Cluster, at_once: Sequence[Group] = ()) -
         return GroupLinks(len(group), cluster.link(0, 0))
     group = _by_place(group, cluster)
     others = [_by_place(other, cluster) for other in at_once if other != group]
-    device = min((cluster.devices[rank] for rank in group), key=lambda each: each.bandwidth)
-    return GroupLinks(len(group), slowest_link(group, cluster, others), tuple(_hierarchy(group, cluster, others)), device)
+    memory = min(cluster.devices[rank].bandwidth for rank in group)
+    return GroupLinks(len(group), slowest_link(group, cluster, others), tuple(_hierarchy(group, cluster, others)), memory)
 
 
 def slowest_link(group: Group, cluster: Cluster, at_once: Sequence[Group] = ()) -> Link:

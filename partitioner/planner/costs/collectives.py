@@ -107,8 +107,7 @@ class Exchange:
         can_coalesce = self.is_stored and kind in _COALESCED
         messages = fraction_of_message(kind, size, links.n_ranks, self.n_coalesced) if can_coalesce else 1.0
         saved = (1 - messages) * links.seconds(kind, 0.0) if messages < 1 else 0.0
-        copying = messages * links.copying(size / messages) if size else 0.0  # of its part of a message
-        return links.seconds(kind, size) - saved + _COPIES[kind][runs > 1 or messages < 1] * copying
+        return links.seconds(kind, size) - saved + _COPIES[kind][runs > 1 or messages < 1] * links.copying(size)
 
 
 def fraction_of_message(kind: Collective, size: float, n_ranks: int, n_coalesced: int = 0) -> float:

@@ -67,8 +67,8 @@ class LinkTable:
         """Return the links of the slowest group while all groups communicate, with the slowest memory of the first ``size`` ranks."""
         cluster = self._cluster
         slowest = min(groups, key=lambda group: _speed(_slowest(itertools.starmap(cluster.link, itertools.pairwise(group)))))
-        device = min(cluster.devices[:size], key=lambda each: each.bandwidth)
-        return dataclasses.replace(group_links(slowest, cluster, groups if _shares_ports(cluster) else ()), device=device)
+        memory = min(device.bandwidth for device in cluster.devices[:size])
+        return dataclasses.replace(group_links(slowest, cluster, groups if _shares_ports(cluster) else ()), memory=memory)
 
 
 def _groups(size: int, stride: int, count: int) -> list[tuple[int, ...]]:
