@@ -91,8 +91,12 @@ class Exchange:
 
     def seconds(self, size: float, links: GroupLinks, runs: float = 1) -> tuple[float, float]:
         """Return the seconds forward and backward; ``size``: bytes, ``runs``: contiguous runs of memory, as numbers."""
-        forward, regather = (self._seconds(kind, size, links, runs) for kind in (self.forward, self.regather))
-        return forward, self._seconds(self.backward, size * self.wider, links, runs) + regather
+        forward, backward = self._seconds(self.forward, size, links, runs), self._seconds(self.backward, size * self.wider, links, runs)
+        return forward, backward + self.regathering(size, links, runs)
+
+    def regathering(self, size: float, links: GroupLinks, runs: float = 1) -> float:
+        """Return the seconds of ``regather``; arguments as of ``seconds``."""
+        return self._seconds(self.regather, size, links, runs)
 
     def is_coalesced(self, size: float, links: GroupLinks) -> bool:
         """Return whether a value of ``size`` bytes shares a message with others when it is gathered."""

@@ -357,7 +357,9 @@ class _Microbatch:
                 once[:, unit] += forward, backward
             else:
                 is_waited = is_small and not is_of_step and self.n_stages > 1
-                seconds[0, unit] += is_waited * forward
+                if is_waited:
+                    seconds[0, unit] += forward
+                    seconds[1, unit] += exchange.regathering(size, links, runs) + (is_repeated and exchange.regather is None) * forward
                 messages = size, links, int(runs > 1)
                 stored.append(pricing.order.stored(exchange, *messages, again=is_repeated, is_there=is_of_step or is_waited))
                 once[0, unit] += is_of_step * forward

@@ -45,7 +45,7 @@ class Stored:
         copies: copies of the message that a rank makes.
         again: whether the backward gathers it, too.
         kind: what gathers can share: the type of an element.
-        is_there: whether the forward gathers it elsewhere: before all microbatches, or where the call waits for it.
+        is_there: whether it is gathered before all microbatches, so that only its gradient is sent.
         width: what scatters can share: the bytes of an element of the gradient.
         is_uneven: what both can share: whether ranks store parts of different sizes.
     """
@@ -236,7 +236,7 @@ def gathers_of(
         parameters = () if index in seen else stored_at.get(order[index][0], ())
         seen.add(index)
         for each in parameters:
-            if not each.again if again else each.is_there:
+            if each.is_there or (again and not each.again):
                 continue
             given, key = each.size / each.links.n_ranks, (each.dimension, each.kind, each.is_uneven)
             message, most = bundles.get(key), bytes_of_bundle(each.links.n_ranks)
