@@ -290,7 +290,7 @@ def test_a_sum_over_ranks_that_enters_a_region_is_saved() -> None:
     layers = [layer for _ in range(6) for layer in (nn.Conv2d(4, 4, 1, bias=False), nn.BatchNorm2d(4), nn.ReLU())]
     model, x = nn.Sequential(*layers).double(), torch.randn(4, 4, 5, 5, dtype=torch.float64)
     options: dict[str, Any] = {"example_inputs": (x,), "constraints": Constraints(axes={"channels": "tensor"}), "progress": False}
-    sums, gradients = list[int](), list[dict[str, Tensor]]()
+    sums, gradients = list[int](), list[dict[str, Tensor | None]]()
     for recompute in ("none", "full"):
         pm = partition(copy.deepcopy(model), 2, "tensor", recompute=recompute, **options)
         assert bool(pm.plan.regions) == (recompute == "full")
