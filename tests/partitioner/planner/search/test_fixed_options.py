@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from partitioner import Constraints
-from passes.ir.errors import PartitionError
+from passes.ir.errors import ConfigError, InfeasiblePlanError
 from tests.support.models.realistic import REALISTIC
 from tests.support.planning.fixed_options import CLUSTERS, MODES, beaten_by, plan_of
 
@@ -42,7 +42,7 @@ def test_no_option_fixed_by_hand_beats_the_plan(name: str, mode: str, cluster: s
     """Axes each by itself and together, microbatches, schedules, stages on each device, recomputation."""
     try:
         _, beaten = beaten_by(name, MODES[mode], cluster)
-    except PartitionError as refusal:
+    except (ConfigError, InfeasiblePlanError) as refusal:
         if (name, mode, cluster) in QUICK:
             raise
         pytest.skip(refusal.problem)
