@@ -174,15 +174,17 @@ class ListItems(dict[str, Any]):
 
 
 class Items(dict[str, Any]):
-    """All items of a list or a set of plain values, as one value."""
+    """All items of a list, a set or a dictionary of plain values, as one value."""
 
     NAME = "the content"
 
-    def __init__(self, items: list[Any] | set[Any]) -> None:
+    def __init__(self, items: list[Any] | set[Any] | dict[Any, Any]) -> None:
         super().__init__({self.NAME: None})
         self._items = items
 
     def __getitem__(self, name: str) -> tuple[Any, ...] | frozenset[Any]:
+        if isinstance(self._items, dict):
+            return tuple(self._items.items())
         return tuple(self._items) if isinstance(self._items, list) else frozenset(self._items)
 
     def __setitem__(self, name: str, value: Any) -> None:
@@ -319,9 +321,9 @@ class Reach:
 
     def _reach_items(self, items: dict[Any, Any] | list[Any] | tuple[Any, ...] | set[Any], owner: str, *, of_module: bool) -> None:
         if len(items) <= _MOST:
-            if isinstance(items, dict):
+            if isinstance(items, dict) and (not items or _has_text([*items])):
                 self._add(owner, items, {key for key in items if isinstance(key, str)})
-            elif isinstance(items, list | set) and contents_of(items) is not None and not _has_text(items):
+            elif isinstance(items, list | set | dict) and contents_of(items) is not None and not _has_text(items):
                 self._add(owner, self._items.setdefault(id(items), Items(items)), {Items.NAME})
             elif isinstance(items, list):
                 places = self._lists.setdefault(id(items), ListItems(items))

@@ -64,6 +64,7 @@ CHANGES: dict[str, tuple[Any, Callable[[Skips], object], str]] = {
     "object": (Plain(1), replaced(Plain(2)), r"skipped of the model was Plain\(first=1\) .* is Plain\(first=2\) now"),
     "list grows": ([], lambda model: model.skipped.append(0), r"the content of skipped was \(\) .* is \(0,\) now"),
     "list shrinks": ([1, 2], lambda model: model.skipped.clear(), r"the content of skipped was \(1, 2\) .* is \(\) now"),
+    "dict grows": ({1: True}, lambda model: model.skipped.update({0: True}), r"the content of skipped was \(\(1, True\),\) .* now"),
     "set grows": ({1}, lambda model: model.skipped.add(0), r"the content of skipped was frozenset\(\{1\}\) .* now"),
 }
 """Name -> what a model reads, how a loop changes it, and what the error says."""
